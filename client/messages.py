@@ -1,4 +1,4 @@
-"""Parts of messages: names similar to a missing one, and lines for the first few of many."""
+"""Parts of messages: similar names, lines for the first few of many, sizes and durations."""
 
 from __future__ import annotations
 
@@ -58,3 +58,19 @@ def few(names: Sequence[_T], line: Callable[[_T], str], what: str) -> list[str]:
     """Lines for the first ten items, and one with the number of those left out (``more``)."""
     more = len(names) - SHOWN
     return [*map(line, names[:SHOWN]), *([f"... and {more} more {what}"] if more > 0 else [])]
+
+
+def format_bytes(nbytes: int) -> str:
+    """``1.42 GB``."""
+    power = min(5, (len(str(nbytes)) - 1) // 3)
+    count = nbytes / 1000**power
+    return (
+        f"{count:.{max(0, 3 - len(str(int(count))))}f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}"
+        if power
+        else f"{nbytes} B"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """``21 ms``, ``0.52 s``."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.1 else f"{seconds:.2f} s"

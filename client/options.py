@@ -29,6 +29,9 @@ class StagingOptions:
     Attributes:
         slots: Number of saves that can be under way. Each takes host memory of the state's size,
             from the time when a save first meets a busy slot until it was not needed for 20 saves.
+        node_memory_bytes: The most host memory for the slots of all ranks of a machine, in bytes
+            (int) or as a fraction of its memory (float; in a memory cgroup also of its limit).
+            Ranks get equal shares. None means what is available.
         on_busy: If all slots are busy, ``"wait"`` for one or ``"skip"`` the save.
         overlap: Copy owned tensors while training goes on: None for CUDA tensors, True for CPU
             tensors too, False never.
@@ -37,6 +40,7 @@ class StagingOptions:
     """
 
     slots: int = 2
+    node_memory_bytes: float | None = None
     on_busy: Literal["wait", "skip"] = "wait"
     overlap: bool | None = None
     validate: bool = False
@@ -126,15 +130,7 @@ class Options:
             are_functions,
         )
         staging, failures, daemon, mirror = self.staging, self.failures, self.daemon, self.mirror
-        _require(
-            "StagingOptions.slots", staging.slots, "an int, 1 or more", _is_count(staging.slots, 1)
-        )
-        _require(
-            "StagingOptions.on_busy",
-            staging.on_busy,
-            "'wait' or 'skip'",
-            staging.on_busy in ("wait", "skip"),
-        )
+        check_staging(staging)
         for name in ("retries", "tolerated"):
             count = getattr(failures, name)
             _require(f"FailureOptions.{name}", count, "an int, 0 or more", _is_count(count))
@@ -204,6 +200,25 @@ class Options:
         _require("slots", slots, f"an int from 1 to {most} (StagingOptions.slots)", is_one)
 
 
+def check_staging(staging: StagingOptions) -> None:
+    """Raise ``InvalidArgumentError`` for invalid options."""
+    _require(
+        "StagingOptions.slots", staging.slots, "an int, 1 or more", _is_count(staging.slots, 1)
+    )
+    _require(
+        "StagingOptions.on_busy",
+        staging.on_busy,
+        "'wait' or 'skip'",
+        staging.on_busy in ("wait", "skip"),
+    )
+    _require(
+        "StagingOptions.node_memory_bytes",
+        staging.node_memory_bytes,
+        "an int of bytes, a float above 0.0 and up to 1.0, or None",
+        _is_amount(staging.node_memory_bytes),
+    )
+
+
 @contextmanager
 def of_manager() -> Generator[None]:
     """Checkpointers made in the block have a manager, which skips on all ranks or on none."""
@@ -219,6 +234,11 @@ _managed: ContextVar[bool] = ContextVar("_managed", default=False)
 
 def _is_count(value: object, least: int = 0) -> bool:
     return type(value) is int and value >= least
+
+
+def _is_amount(value: float | None) -> bool:
+    is_fraction = type(value) is float and 0 < value <= 1
+    return value is None or is_fraction or _is_count(value, 1)
 
 
 def _require_seconds(name: str, seconds: float) -> None:

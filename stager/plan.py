@@ -27,6 +27,9 @@ MAX_HEADER_NBYTES: Final = 100_000_000
 """Largest header that the safetensors library accepts."""
 SMALL_NBYTES: Final = 256 << 10
 """Tensors below this size are packed together; the digest grid has the same threshold."""
+DESCRIPTOR_NBYTES: Final = 4096
+"""Bytes for an encoded SAVE message; each file adds ``_DESCRIPTOR_PER_FILE``."""
+_DESCRIPTOR_PER_FILE: Final = 512
 DCP_VERSION: Final = "1.0"
 """The version of the sharding convention that torch's Hugging Face storage reader expects."""
 
@@ -85,6 +88,16 @@ class Plan:
     def first(self) -> Plan:
         """The plan of the part with fixed shapes, or this plan."""
         return self.fixed or self
+
+
+def capacity(plan: Plan, parts_nbytes: int) -> tuple[int, int]:
+    """Return the bytes that an arena needs for a descriptor, and for images and parts behind them.
+
+    What grows (tables, the treespec) gets a quarter more.
+    """
+    growing = max(plan.nbytes, plan.room_nbytes) - plan.first.nbytes, parts_nbytes
+    data_nbytes = plan.first.nbytes + sum(nbytes + page_up(nbytes // 4) for nbytes in growing)
+    return DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files), data_nbytes
 
 
 def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Structure:

@@ -60,6 +60,27 @@ class Monitor(RLock):  # pyright: ignore[reportGeneralTypeIssues] - final for ty
                 return result
             notified.acquire(True, left_s)
 
+    def wait_with_progress(
+        self,
+        predicate: Callable[[], T],
+        patience_s: float,
+        progress: Callable[[], object],
+        each_round: Callable[[], object],
+    ) -> T:
+        """Block until ``predicate`` is true, or ``progress()`` has been the same for so long.
+
+        Returns its last result. ``each_round`` is called without the lock, ten times a second.
+        """
+        last_change, before = time.monotonic(), progress()
+        while True:
+            each_round()
+            result = self.wait_for(predicate, min(patience_s, 0.1))
+            now = progress()
+            if now != before:
+                before, last_change = now, time.monotonic()
+            if result or time.monotonic() - last_change >= patience_s:
+                return result
+
     def notify_all(self) -> None:
         """Wake all waiting threads; the caller holds the lock and is not the main thread."""
         while self._waiting:

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -29,10 +28,6 @@ from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.storage.posix import RENAME_NOREPLACE, renameat2
 
 _MIB: Final = 1 << 20
-_PIECE_NBYTES: Final = 16 * _MIB
-_SPEED_NBYTES: Final = 256 * _MIB
-_SPEED_DEADLINE_S: Final = 10.0
-_SPEED_THREADS: Final = 4
 _START_LIMIT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 60.0
 _NETWORK: Final = re.compile(
@@ -236,44 +231,22 @@ def _space(scratch: Path) -> Iterator[Verdict]:
 
 def _disk_speed(scratch: Path) -> Iterator[Verdict]:
     """Measure like the daemon writes and the loader reads: direct I/O, four pieces at a time."""
+    from sidesave.client.reporting.planning import PIECE_NBYTES, speed_of, write_speed
+
     storage = PosixStorage(str(scratch))
 
     def read(offset: int) -> None:
         with storage.open("speed") as source:
-            source.read_at(offset, _PIECE_NBYTES)
+            source.read_at(offset, PIECE_NBYTES)
 
-    with (
-        contextlib.closing(storage),
-        mmap.mmap(-1, _PIECE_NBYTES) as buffer,
-        memoryview(buffer) as piece,
-    ):
-        piece[:] = os.urandom(_PIECE_NBYTES)
-        with storage.creating("speed", _SPEED_NBYTES) as output:
-            wrote = _rate(
-                lambda offset: output.write_at(piece, offset), lambda: output.finish(_SPEED_NBYTES)
-            )
-        detail = f"{wrote:.2f} GB/s written and synced, {_rate(read):.2f} GB/s read"
+    with contextlib.closing(storage):
+        wrote, was_read = write_speed(storage, "speed") / 1e9, speed_of(read) / 1e9
+    detail = f"{wrote:.2f} GB/s written and synced, {was_read:.2f} GB/s read"
     if wrote < 0.2:
         detail += f": 100 GB take {100 / wrote / 60:,.0f} minutes"
         yield "warn", detail, "training goes on meanwhile; save less often, or to a faster disk"
     else:
         yield "ok", detail, ""
-
-
-def _rate(work: Callable[[int], object], finish: Callable[[], object] = lambda: None) -> float:
-    """Return GB/s of ``work`` on consecutive pieces in threads; none starts after the deadline."""
-    started = time.monotonic()
-
-    def one(offset: int) -> int:
-        if time.monotonic() - started > _SPEED_DEADLINE_S:
-            return 0
-        work(offset)
-        return _PIECE_NBYTES
-
-    with ThreadPoolExecutor(_SPEED_THREADS) as pool:
-        nbytes = sum(pool.map(one, range(0, _SPEED_NBYTES, _PIECE_NBYTES)))
-    finish()
-    return nbytes / 1e9 / (time.monotonic() - started)
 
 
 def _daemon(scratch: Path) -> Iterator[Verdict]:

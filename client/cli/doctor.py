@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,10 +37,16 @@ _OUTLIVE: Final = (
 )
 
 
-def examine(place: Path | str) -> Generator[Finding]:
+def examine(
+    place: Path | str,
+    state_nbytes: int | None = None,
+    world_size: int = 1,
+    ranks_per_node: int | None = None,
+) -> Generator[Finding]:
     """Run all checks on a directory or URL, yielding each finding as soon as it is known.
 
     A directory that does not exist is not created: its nearest existing parent is checked instead.
+    With ``state_nbytes`` the last finding is what saves of a state of that size cost.
     """
     yield from run("versions", _versions, "pip install -U 'torch>=2.8'")
     yield from run("memfd", _memfd, CALLS["memfd_create"].remedy)
@@ -63,8 +70,14 @@ def examine(place: Path | str) -> Generator[Finding]:
         from sidesave.client.cli.store_checks import examine_store
 
         yield from examine_store(place)
-        return
-    directory = place
+    else:
+        yield from _in_scratch(place)
+    if state_nbytes is not None:
+        cost = partial(_cost, place, state_nbytes, world_size, ranks_per_node)
+        yield from run("cost", cost, "use nodes with more memory, or more of them")
+
+
+def _in_scratch(directory: Path) -> Generator[Finding]:
     while not directory.exists():
         directory = directory.parent
     scratch = directory / f".sidesave-doctor-{secrets.token_hex(8)}"
@@ -79,6 +92,15 @@ def examine(place: Path | str) -> Generator[Finding]:
             yield from examine_directory(directory, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _cost(
+    place: Path | str, nbytes: int, world_size: int, ranks_per_node: int | None
+) -> Iterator[Verdict]:
+    from sidesave.client.reporting.planning import plan
+
+    cost = plan(nbytes, place, world_size=world_size, ranks_per_node=ranks_per_node, probe=True)
+    yield "warn" if cost.shortage() else "ok", str(cost), cost.shortage()
 
 
 # The machine --------------------------------------------------------------------------------------
@@ -130,14 +152,11 @@ def _populate() -> Iterator[Verdict]:
 
 
 def _host_memory() -> Iterator[Verdict]:
-    available, headroom, limit = (
-        host_memory.available_nbytes(),
-        host_memory.cgroup_headroom_nbytes(),
-        _cgroup_limit(),
-    )
+    available, tightest = host_memory.available_nbytes(), host_memory.tightest_cgroup()
     group = "no cgroup limit"
-    if limit is not None:
-        group = f"the tightest memory cgroup allows {gb(limit)} and has {gb(headroom)} left"
+    if tightest is not None:
+        limit, left = gb(tightest.limit_nbytes), gb(host_memory.cgroup_headroom_nbytes())
+        group = f"the tightest memory cgroup allows {limit} and has {left} left"
     detail = (
         f"{gb(available)} can be allocated ({group}): a staging slot for a state of up to that "
         f"size, or two, where saves overlap, for one of up to {gb(available / 2)}"
@@ -146,17 +165,6 @@ def _host_memory() -> Iterator[Verdict]:
         yield "warn", detail, "give the job more memory"
     else:
         yield "ok", detail, ""
-
-
-def _cgroup_limit() -> int | None:
-    """Return the smallest limit of the memory cgroups above this process, in bytes."""
-    limits: list[int] = []
-    for root, name in _cgroups("memory"):
-        for group in (root / name, *(root / name).parents):
-            for file in ("memory.max", "memory.limit_in_bytes"):
-                with contextlib.suppress(OSError, ValueError):  # "max"
-                    limits.append(int((group / file).read_text()))
-    return min((limit for limit in limits if limit < 1 << 60), default=None)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:

@@ -335,6 +335,14 @@ def doctor(
         str, typer.Argument(metavar="DIR", help="A directory for checkpoints, or a URL.")
     ] = ".",
     as_json: JsonOption = False,
+    state_bytes: Annotated[
+        str | None,
+        typer.Option(help="Size of a state, like 112GB: also tell what saves of it cost."),
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks that divide the state.")] = 1,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a node; all by default.")
+    ] = None,
 ) -> None:
     """Check this machine and a directory, or an object store.
 
@@ -343,13 +351,15 @@ def doctor(
     """
     from sidesave.client.cli.doctor import examine
     from sidesave.client.cli.finding import Finding
+    from sidesave.client.export.safetensors import parse_size
 
+    nbytes = None if state_bytes is None else parse_size(state_bytes)
     place = place_to_write(directory) if urls.is_url(directory) else Path(path_text(directory))
     if isinstance(place, Path) and place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is not a directory")
     findings: list[Finding] = []
     console = new_console()
-    with contextlib.closing(examine(place)) as examination:
+    with contextlib.closing(examine(place, nbytes, world_size, ranks_per_node)) as examination:
         for one in examination:
             findings.append(one)
             if not as_json:

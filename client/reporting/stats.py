@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from sidesave.client.messages import format_bytes, format_seconds
 from sidesave.client.saving.mirroring import MirrorStatus
 from sidesave.writer_daemon.save_record import PHASES, Outcome, SaveRecord
 
@@ -243,19 +244,3 @@ def describe(record: SaveRecord) -> str:
             facts.append(f"{phase} {format_seconds(seconds)}")
     text = f"step {record.step} {record.outcome}: {', '.join(facts)}"
     return text if record.error is None else f"{text}; {record.error}: {record.message}"
-
-
-def format_bytes(nbytes: int) -> str:
-    """``1.42 GB``."""
-    power = min(5, (len(str(nbytes)) - 1) // 3)
-    count = nbytes / 1000**power
-    return (
-        f"{count:.{max(0, 3 - len(str(int(count))))}f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}"
-        if power
-        else f"{nbytes} B"
-    )
-
-
-def format_seconds(seconds: float) -> str:
-    """``21 ms``, ``0.52 s``."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 0.1 else f"{seconds:.2f} s"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import CommitUnknownError, DaemonDiedError, SidesaveError
 from sidesave.stager.copy.copier import StagingCopy
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.save_record import SaveRecord, describe_error, wall_clock_s
 
@@ -32,8 +32,8 @@ class Save:
         thread: The thread of the call.
         called: Time of the call, by the monotonic clock.
         called_s: The same in seconds since the epoch.
-        reached: Times of ``returned`` and of the phases ``staged``, ``written`` and ``committed``,
-            by the same clock.
+        reached: Times of ``laid_out`` (its slot has memory), ``returned`` and the phases
+            ``staged``, ``written`` and ``committed``, by the same clock.
         replaces: Whether it takes the place of another save of its step.
         filling: Whether the slot may still be written to.
         released: Whether the daemon does not need the slot any more.

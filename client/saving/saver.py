@@ -29,7 +29,8 @@ from sidesave.errors import (
     UnsupportedValueError,
 )
 from sidesave.stager import signal_safe
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.pool import slot_nbytes
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import FileImage
 from sidesave.stager.state.flat_state import OBJECTS
@@ -141,7 +142,7 @@ class Saver:
 
     def _await_slot(self, save: Save) -> StagingSlot:
         session = self.session
-        if session.connection.is_this_thread():  # it frees slots, so it cannot wait for one
+        if (patience_s := session.slot_patience_s()) is None:
             slot = session.pool.try_acquire(save, empty=True)
             if slot is None:
                 raise StagingError(
@@ -149,8 +150,7 @@ class Saver:
                     "are busy, and would have to wait for itself; save in the training loop"
                 )
             return slot
-        began = time.monotonic()
-        saves, patience_s = session.saves, session.options.slot_patience_s
+        began, saves = time.monotonic(), session.saves
         slot = session.pool.acquire(save, patience_s, saves.nbytes_written, saves.remaining_s)
         saves.warn_of_wait(save.handle.step, time.monotonic() - began)
         return slot
@@ -173,6 +173,7 @@ class Saver:
         assert slot is not None
         small = self._lay_out(slot, shards, parts, session.books.call)
         save.staging_nbytes = session.pool.nbytes
+        save.reached["laid_out"] = time.monotonic()
         arena = slot.arena
         assert arena is not None
         message = self._describe(save, shards, slot, small, replace=replace)
@@ -236,11 +237,16 @@ class Saver:
         run: Callable[[Callable[[], None]], None],
     ) -> dict[str, Extent]:
         """Give a slot memory for a plan, with ``run`` if it needs any, and put ``parts`` there."""
+        session, progress = self.session, self.session.saves.nbytes_written
+        if not slot.nbytes:
+            session.cost.before(slot_nbytes(shards.plan, parts.values()))
         device = kinds.first_with_runtime(  # the memory is page-locked for its copies
             tensor for tensors in shards.flat.containers.values() for tensor in tensors.values()
         )
         try:
-            offsets = self.session.pool.lay_out(slot, shards.plan, [*parts.values()], device, run)
+            offsets = session.pool.lay_out(
+                slot, shards.plan, parts.values(), device, run, session.slot_patience_s, progress
+            )
         except HostMemoryError as error:
             if not shards.unshared:
                 raise

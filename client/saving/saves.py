@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 from sidesave import errors
 from sidesave.client import arguments
+from sidesave.client.cost import CostReport
 from sidesave.client.increments import Increments, SavedAs, TableShare
 from sidesave.client.saving.history import History
 from sidesave.client.saving.lineage import Lineage, Turns
@@ -152,6 +153,7 @@ class Saves:
         pool: SlotPool,
         history: History,
         mirroring: Mirroring,
+        cost: CostReport,
     ) -> None:
         """Start empty; ``directory`` is the run directory, for the paths of checkpoints."""
         self._directory = directory
@@ -161,6 +163,7 @@ class Saves:
         self._increments = increments
         self._pool = pool
         self._history = history
+        self._cost: CostReport | None = cost
         self.mirroring = mirroring
         self.deletions = Deletions(directory, lineage)
         self.last_write: tuple[int, float] | None = None
@@ -357,6 +360,9 @@ class Saves:
         for phase in ("staged", "written", "committed"):  # it may overtake what other threads note
             save.reach(phase)
         self._failures.committed()
+        cost, self._cost = self._cost, None
+        if cost is not None:
+            cost.committed(nbytes, save.reached)
         self._end(save, None)
 
     def _end(self, save: Save, error: SidesaveError | None) -> None:
@@ -387,10 +393,8 @@ class Saves:
             save.released = True
             if save.filling:
                 return
-            slot, save.slot = save.slot, None
-        if slot is not None and not save.abandoned:
-            slot.void()
-        self._pool.release(save)
+            save.slot = None
+        self._pool.release(save, void=not save.abandoned)
 
     # Waiting --------------------------------------------------------------------------------------
 

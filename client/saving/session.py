@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Final
 
+from sidesave.client.cost import CostReport, Durations
 from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.increments import Increments
 from sidesave.client.options import Options
@@ -33,10 +34,12 @@ from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_j
 from sidesave.errors import ClosedError, SidesaveError, StagingError
 from sidesave.stager.copy.copier import Copier
 from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.memory.host_memory import NodeMemory, memory_of_rank
 from sidesave.stager.signal_safe import Latch, Worker
 from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.log import read_history
 from sidesave.writer_daemon.protocol import Boot, Delete
 from sidesave.writer_daemon.storage import urls
 
@@ -101,7 +104,12 @@ class Session:
     def _open(self) -> None:
         """Open and settle the directory on each node's first rank; others join its session."""
         world, staging, leads = self.world, self.options.staging, self.leads
-        self.id = world.gather("a session", secrets.token_hex(8))[0]
+        begun = world.gather("a session", [secrets.token_hex(8), *memory_of_rank()])
+        self.id = begun[0][0]
+        self._memory = NodeMemory.of(
+            staging.node_memory_bytes, world.rank, [memory for _, *memory in begun]
+        )
+        self.cost = CostReport(self._memory, staging.slots)
         self.encryption.agree(world, self.node, self.id)
         self.run.mirror.was_unreachable(self.encryption.mirror_error)
         existing: list[CheckpointInfo] = []
@@ -158,6 +166,8 @@ class Session:
         self.encryption.write_down()
         leftovers |= not view.is_complete
         self.run.warn_of_fallbacks(view.here, alone=self.world.size == 1)
+        if not urls.is_url(self.directory):  # where a log of saves is kept
+            self.cost.durations = Durations.of(read_history(self.directory))
         own = (info for info in view.here if os.path.dirname(info.path) == self.directory)
         self.mirroring.begin(own, view.mirrored)  # what is elsewhere is not mirrored
         return sequence_of_now() if leftovers else 0, view.rollbacks, view.all
@@ -182,7 +192,7 @@ class Session:
         connection = self.connection = Connection(boot)
         self.turns = Turns(self.node, self.id, connection)
         self.lineage = Lineage(self.directory, self.turns)
-        self.pool = SlotPool(staging.slots, connection.attach, connection.detach)
+        self.pool = SlotPool(staging.slots, connection.attach, connection.detach, self._memory)
         self.history = History(
             self.directory, self.run.fallback, self.id, connection, options.observers
         )
@@ -195,6 +205,7 @@ class Session:
             pool=self.pool,
             history=self.history,
             mirroring=Mirroring(self.run.mirror.place, self.id, leads=self.world.rank == 0),
+            cost=self.cost,
         )
         connection.start(self.saves)
         if self._stopped:  # by the main thread, which did not see the connection yet
@@ -271,6 +282,10 @@ class Session:
     def is_busy(self) -> bool:
         """Whether all staging slots are taken."""
         return self.pool.is_busy()
+
+    def slot_patience_s(self) -> float | None:
+        """How long a save waits for memory without progress; None in the thread that frees it."""
+        return None if self.connection.is_this_thread() else self.options.slot_patience_s
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the checkpoints that exist for all ranks, in the order of their commits."""

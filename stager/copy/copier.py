@@ -24,7 +24,7 @@ from sidesave.stager.copy.copy_list import CopyList, DeviceList
 from sidesave.stager.copy.device_copy import DeviceCopy, Lanes
 from sidesave.stager.copy.held import StepCounts, Turn
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import SMALL_NBYTES, Job, Plan
 from sidesave.stager.signal_safe import Worker

@@ -14,7 +14,7 @@ from sidesave.stager.copy import packing
 from sidesave.stager.copy.fingerprint import NORMED, WindowViews
 from sidesave.stager.copy.memcopy import Region
 from sidesave.stager.copy.packing import ALIGNMENT, Batch, is_plain
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import Target
 from sidesave.stager.state.flat_state import FlatState

@@ -29,7 +29,7 @@ from sidesave.stager.copy import packing
 from sidesave.stager.copy.copy_list import DeviceList
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint, HeldWindows, WindowViews
 from sidesave.stager.copy.packing import ScratchRun, Views, lay_out, pack
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.devices import kinds
 from sidesave.stager.memory import pinning
 from sidesave.stager.plan import Job

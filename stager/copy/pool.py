@@ -13,29 +13,24 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Collection
+from typing import Final, TypeVar
 
 import torch
 
 from sidesave.errors import ClosedError, WriteStalledError
-from sidesave.stager.copy.held import Held
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
-from sidesave.stager.memory.arena import PAGE, Arena, page_up
+from sidesave.stager.memory.arena import PAGE, Arena, arena_nbytes, page_up
+from sidesave.stager.memory.host_memory import UNLIMITED, NodeMemory
 from sidesave.stager.memory.pinning import PinnedRange
-from sidesave.stager.plan import Plan, Target
+from sidesave.stager.plan import Plan, capacity
 from sidesave.stager.signal_safe import Monitor, start
-from sidesave.stager.tables import RowImage
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-DESCRIPTOR_NBYTES: Final = 4096
-"""Bytes for an encoded SAVE message; each file adds ``_DESCRIPTOR_PER_FILE``."""
-_DESCRIPTOR_PER_FILE: Final = 512
-_ESTIMATE_EVERY_S: Final = 0.1
-"""How often a waiting save estimates again whether to make another slot."""
 _IDLE_SAVES: Final = 20
 _IDLE_S: Final = 3600.0
 """A slot is given back if the last this many saves, or those of so long, did not use it."""
@@ -43,100 +38,6 @@ _IDLE_S: Final = 3600.0
 
 class _PoolWork:
     """Owns a slot while the pool makes it or gives it back; each time another one."""
-
-
-@dataclass(slots=True, eq=False)
-class StagingSlot:
-    """One arena and the plan laid out in it.
-
-    Attributes:
-        arena_id: Identifies the arena in messages; never reused.
-        targets: The plan's tensors, container after container, in the order of the state.
-        prepared: Cached copy list of these ``targets``, owned by the copier.
-        held: The frozen tensors that these ``targets`` already contain.
-        image: The arena's data as bytes.
-        pinned: The arena's memory, page-locked for devices.
-        unpinnable: Page-locking this arena failed and is not retried.
-        owner: The save that uses the slot; None while it is free.
-        device: The device for which the memory was made.
-        last_use: The number of saves that had taken a slot of the pool by then, and the time.
-    """
-
-    arena: Arena | None = None
-    arena_id: int = 0
-    plan: Plan | None = None
-    image: torch.Tensor | None = None
-    targets: list[Target] = field(default_factory=list[Target])
-    prepared: object = None
-    held: Held = field(default_factory=Held)
-    pinned: PinnedRange | None = None
-    unpinnable: bool = False
-    device: torch.device | None = None
-    owner: object | None = None
-    last_use: tuple[int, float] = (0, 0.0)
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that the slot uses now, in bytes."""
-        arena = self.arena
-        return 0 if arena is None else arena.nbytes
-
-    def lay_out(self, plan: Plan) -> None:
-        """Write the plan's headers to the arena and create its views, unless they exist."""
-        if self.plan is plan:
-            return
-        assert self.arena is not None
-        previous, self.plan = self.plan, None
-        self.arena.begin_generation()  # a daemon that still reads an earlier save must notice
-        base = self.arena.data_offset
-        first = plan.first
-        # Only the containers after the first plan's have changed: keep the views of the others.
-        if previous is not None and previous.first is first and self.image is not None:
-            containers, files = (
-                plan.structure[len(first.structure) :],
-                plan.files[len(first.files) :],
-            )
-            del self.targets[sum(len(fqns) for _, fqns, _ in first.structure) :]
-        else:
-            containers, files = plan.structure, plan.files
-            self.image = torch.frombuffer(
-                self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8
-            )
-            self.targets, self.prepared, self.held = [], None, Held()
-        tensors = (each for _, fqns, kinds in containers for each in zip(fqns, kinds, strict=True))
-        for file in files:
-            self.arena.view(base + file.offset, len(file.header))[:] = file.header
-            for (offset, nbytes), (fqn, (dtype, shape)) in zip(
-                file.placements, tensors, strict=False
-            ):
-                begin = file.offset + offset
-                view = self.image[begin : begin + nbytes].view(dtype).view(shape)
-                self.targets.append(Target(fqn, view, begin, self.image.data_ptr() + begin, nbytes))
-        assert next(tensors, None) is None
-        self.plan = plan
-
-    def fill(self, images: Iterable[RowImage]) -> None:
-        """Copy rows of tables into the plan's last tensors; blocks until they are copied."""
-        assert self.plan is not None
-        images, last = [*images], sum(len(fqns) for _, fqns, _ in self.plan.first.structure)
-        views = (target.view for target in self.targets[last:])
-        for image in images:
-            image.fill(dict(zip(image.kinds(), views, strict=False)))
-
-    def void(self) -> None:
-        """Invalidate the staged save, so a daemon that outlives its trainer does not rewrite it."""
-        if self.arena is not None:
-            self.arena.begin_generation()
-
-    def unmap(self) -> None:
-        """Free the memory; no copy and no write may be in progress."""
-        self.plan, self.image, self.targets, self.prepared, self.held = None, None, [], None, Held()
-        pinned, self.pinned, self.unpinnable = self.pinned, None, False
-        if pinned is not None:
-            pinned.close()
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
 
 
 class SlotPool:
@@ -147,6 +48,7 @@ class SlotPool:
         slots: int,
         attach: Callable[[int, Arena], None],
         detach: Callable[[int], None],
+        memory: NodeMemory = UNLIMITED,
     ) -> None:
         """Create empty slots.
 
@@ -154,10 +56,12 @@ class SlotPool:
             slots: The number of saves that can be between their call and durability.
             attach: Called with the ID of each new arena and the arena, to send it to the daemon.
             detach: Called with the ID of each arena before it is freed.
+            memory: The memory that all slots together may use.
         """
         self._slots = [StagingSlot() for _ in range(slots)]
         self._attach = attach
         self._detach = detach
+        self._memory = memory
         self._changed = Monitor()
         self._next_arena = 1
         self._closed = False
@@ -170,7 +74,7 @@ class SlotPool:
     def is_busy(self) -> bool:
         """Whether a save has to wait for another one: saves use all slots that can have memory."""
         made = [slot for slot in self._slots if slot.nbytes]
-        usable = made if made and time.monotonic() < self._not_before else self._slots
+        usable = made if made and not self._has_memory() else self._slots
         return all(slot.owner and not isinstance(slot.owner, _PoolWork) for slot in usable)
 
     def try_acquire(self, owner: object, *, empty: bool = False) -> StagingSlot | None:
@@ -211,36 +115,47 @@ class SlotPool:
         Raises:
             WriteStalledError: All slots were busy for ``patience_s`` seconds without progress.
         """
-        began = last_change = time.monotonic()
-        before = progress()
-        while True:
-            self._make_another(remaining_s, time.monotonic() - began)
-            round_s = min(patience_s, _ESTIMATE_EVERY_S)
-            slot = self._changed.wait_for(lambda: self.try_acquire(owner), round_s)
-            if slot is not None:
-                break
-            now = progress()
-            if now != before or self._is_making():
-                before, last_change = now, time.monotonic()
-            elif time.monotonic() - last_change >= patience_s:
-                used = sum(slot.owner is not None for slot in self._slots)
-                raise WriteStalledError(
-                    f"all {used} staging slots are being written, and no byte has "
-                    f"moved for {patience_s:g} s; check the run's storage, and whether the writer "
-                    "daemon was stopped"
-                )
+        began = time.monotonic()
+        slot = self._wait(
+            lambda: self.try_acquire(owner),
+            patience_s,
+            progress,
+            lambda: self._make_another(remaining_s, time.monotonic() - began),
+        )
         self._waits, self._waited_s = self._waits + 1, self._waited_s + time.monotonic() - began
         return slot
 
-    def release(self, owner: object) -> None:
+    def _wait(
+        self,
+        ready: Callable[[], _T | None],
+        patience_s: float,
+        progress: Callable[[], object],
+        each_round: Callable[[], object] = lambda: None,
+    ) -> _T:
+        result = self._changed.wait_with_progress(
+            ready, patience_s, lambda: (progress(), self._is_making() and object()), each_round
+        )
+        if not result:
+            used = sum(slot.owner is not None for slot in self._slots)
+            raise WriteStalledError(
+                f"all {used} staging slots are being written, and no byte has moved for "
+                f"{patience_s:g} s; check the run's storage, and whether the writer daemon was "
+                "stopped"
+            )
+        return result
+
+    def release(self, owner: object, *, void: bool = False) -> None:
         """Free the slot that ``owner`` holds, if any; after :meth:`close` also frees its memory.
 
+        With ``void`` no daemon may read it any more.
         If that leaves all slots free, those that were not used for long are given back in a thread.
         """
         idle: list[StagingSlot] = []
         with self._changed:
             for slot in self._slots:
                 if slot.owner is owner:
+                    if void and slot.arena is not None:
+                        slot.arena.begin_generation()
                     slot.owner = None
                     if self._closed:
                         self._drop(slot)
@@ -265,6 +180,12 @@ class SlotPool:
         ready = (slot for slot in self._slots if slot.plan is not None)
         return max(ready, key=lambda slot: slot.nbytes, default=None)
 
+    def _has_memory(self) -> bool:
+        """Whether another slot like the largest one fits, and memory was not short lately."""
+        like = self._largest()
+        room_nbytes = self._memory.share_nbytes - self.nbytes
+        return time.monotonic() >= self._not_before and (like is None or like.nbytes <= room_nbytes)
+
     def _make_another(self, remaining_s: Callable[[], float], waited_s: float) -> None:
         """Make a slot like the largest in a thread, unless a slot is expected to be free sooner.
 
@@ -278,7 +199,7 @@ class SlotPool:
 
     def _to_make(self) -> StagingSlot | None:
         """Return a slot that can be given memory beside saves; one at a time."""
-        if self._closed or self._is_making() or time.monotonic() < self._not_before:
+        if self._closed or self._is_making() or not self._has_memory():
             return None
         return next((slot for slot in self._slots if slot.owner is None and not slot.nbytes), None)
 
@@ -324,7 +245,7 @@ class SlotPool:
     # Layout ---------------------------------------------------------------------------------------
 
     def fit(
-        self, slot: StagingSlot, plan: Plan, parts: Sequence[bytes], device: torch.device | None
+        self, slot: StagingSlot, plan: Plan, parts: Collection[bytes], device: torch.device | None
     ) -> None:
         """Lay out ``plan`` in an acquired slot, with room for ``parts``.
 
@@ -335,14 +256,8 @@ class SlotPool:
             HostMemoryError: The machine does not have that much memory left; the slot then has no
                 arena.
         """
-        data_nbytes = _offsets(plan, parts)[-1]
-        if not self._has_room(slot, plan, data_nbytes):
-            self._replace(
-                slot,
-                _descriptor_nbytes(plan),
-                _with_headroom(plan, data_nbytes - plan.nbytes),
-                device,
-            )
+        if not self._has_room(slot, plan, _offsets(plan, parts)[-1]):
+            self._replace(slot, *_capacity(plan, parts), device)
         if device is not None and slot.pinned is None and not slot.unpinnable:
             self._pin(slot, device)
         slot.lay_out(plan)
@@ -351,17 +266,25 @@ class SlotPool:
         self,
         slot: StagingSlot,
         plan: Plan,
-        parts: Sequence[bytes],
+        parts: Collection[bytes],
         device: torch.device | None,
         run: Callable[[Callable[[], None]], None],
+        patience: Callable[[], float | None] = lambda: None,
+        progress: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Put ``parts``, such as the treespec, behind a plan's images; return their arena offsets.
 
         A slot that does not fit the plan yet is first given to :meth:`fit`, which ``run`` calls.
+        If ``patience()`` is not None, this first waits for so many seconds, like :meth:`acquire`,
+        while other saves use memory of the budget that it needs.
         """
         offsets = _offsets(plan, parts)
+        has_room = self._has_room(slot, plan, offsets[-1])
         is_pinned = device is None or slot.pinned is not None or slot.unpinnable
-        if not (slot.plan is plan and is_pinned and self._has_room(slot, plan, offsets[-1])):
+        if not (slot.plan is plan and is_pinned and has_room):
+            if not has_room and (patience_s := patience()) is not None:
+                nbytes = slot_nbytes(plan, parts)
+                self._wait(lambda: self._has_memory_for(slot, nbytes), patience_s, progress)
             run(lambda: self.fit(slot, plan, parts, device))
         arena = slot.arena
         assert arena is not None
@@ -372,10 +295,17 @@ class SlotPool:
 
     @staticmethod
     def _has_room(slot: StagingSlot, plan: Plan, data_nbytes: int) -> bool:
+        """Whether a slot's arena has room for so many bytes, and is not mostly unused by them."""
         arena, most_nbytes = slot.arena, max(2 * max(data_nbytes, plan.room_nbytes), 1 << 20)
         if arena is None or not data_nbytes <= (room_nbytes := arena.data_nbytes) <= most_nbytes:
             return False
-        return arena.nbytes - room_nbytes >= _descriptor_nbytes(plan)
+        return slot.plan is plan or arena.nbytes - room_nbytes >= capacity(plan, 0)[0]
+
+    def _has_memory_for(self, slot: StagingSlot, nbytes: int) -> bool:
+        """Whether the budget has room for ``nbytes`` in a slot beside those that are in use."""
+        unused = sum(each.nbytes for each in self._slots if each is slot or not each.owner)
+        in_use = self.nbytes - unused
+        return not in_use or in_use + nbytes <= self._memory.share_nbytes
 
     def _replace(
         self,
@@ -384,15 +314,25 @@ class SlotPool:
         data_nbytes: int,
         device: torch.device | None,
     ) -> None:
-        began = time.monotonic()
+        began, nbytes = time.monotonic(), arena_nbytes(descriptor_nbytes, data_nbytes)
         with self._changed:
             self._drop(slot)
-        node = numa.node_of(pci_address(device))
-        arena = host_memory.new_arena(descriptor_nbytes, data_nbytes, node)
+            for other in self._slots:  # one that is free makes room
+                if other.owner is None and self.nbytes + nbytes > self._memory.share_nbytes:
+                    self._drop(other)
+            self._memory.require(nbytes, self.nbytes)
+            self.nbytes += nbytes
+        try:
+            node = numa.node_of(pci_address(device))
+            arena = host_memory.new_arena(descriptor_nbytes, data_nbytes, node)
+        except BaseException:
+            with self._changed:
+                self.nbytes -= nbytes
+            raise
         with self._changed:
-            slot.arena, slot.arena_id, slot.device = arena, self._next_arena, device
+            slot.arena, slot.nbytes, slot.device = arena, arena.nbytes, device
+            slot.arena_id = self._next_arena
             self._next_arena += 1
-            self.nbytes += arena.nbytes
         self._attach(slot.arena_id, arena)
         self._s_per_byte = (time.monotonic() - began) / arena.nbytes
 
@@ -433,17 +373,15 @@ class SlotPool:
             self._changed.notify_all()
 
 
-def _with_headroom(plan: Plan, parts_nbytes: int) -> int:
-    """Return the data bytes to allocate: growing parts (tables, treespec) get a quarter more."""
-    growing = max(plan.nbytes, plan.room_nbytes) - plan.first.nbytes
-    sizes = growing, parts_nbytes
-    return plan.first.nbytes + sum(nbytes + page_up(nbytes // 4) for nbytes in sizes)
+def slot_nbytes(plan: Plan, parts: Collection[bytes]) -> int:
+    """Return the size of a new slot for a plan with ``parts`` behind it."""
+    return arena_nbytes(*_capacity(plan, parts))
 
 
-def _offsets(plan: Plan, parts: Sequence[bytes]) -> list[int]:
+def _capacity(plan: Plan, parts: Collection[bytes]) -> tuple[int, int]:
+    return capacity(plan, _offsets(plan, parts)[-1] - plan.nbytes)
+
+
+def _offsets(plan: Plan, parts: Collection[bytes]) -> list[int]:
     """Return the offsets of ``parts`` behind a plan's images, page-aligned, and of their end."""
     return [*itertools.accumulate((page_up(len(part)) for part in parts), initial=plan.nbytes)]
-
-
-def _descriptor_nbytes(plan: Plan) -> int:
-    return DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)

@@ -93,6 +93,11 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def arena_nbytes(descriptor_nbytes: int, data_nbytes: int) -> int:
+    """Return the size of an arena with that capacity."""
+    return PAGE + page_up(descriptor_nbytes) + page_up(data_nbytes)
+
+
 class Arena:
     """A mapped memfd: create one in the trainer, attach to it by descriptor in the daemon."""
 
@@ -119,7 +124,7 @@ class Arena:
         mapping.
         """
         data_offset = PAGE + page_up(descriptor_nbytes)
-        nbytes = data_offset + page_up(data_nbytes)
+        nbytes = arena_nbytes(descriptor_nbytes, data_nbytes)
         try:
             fd = os.memfd_create(
                 "sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL

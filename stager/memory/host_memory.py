@@ -1,4 +1,4 @@
-"""Available host memory, and the allocation of staging arenas.
+"""Available host memory, a rank's share of it, and the allocation of staging arenas.
 
 Pages are allocated ahead of the first save, in pieces and by all cores. Each piece is checked
 against the memory left on the node and in the tightest memory cgroup: the kernel kills a process
@@ -22,7 +22,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -48,63 +49,166 @@ def available_nbytes() -> int:
 
 
 def _mem_available() -> int:
+    return _meminfo("MemAvailable")
+
+
+def _meminfo(name: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 1 << 62
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryCgroup:
+    """A memory cgroup with a limit.
+
+    Attributes:
+        id: The same for all processes of a machine that see this cgroup.
+        limit_nbytes: The limit.
+        headroom_nbytes: What is left of it, with page cache counted as free.
+    """
+
+    id: str
+    limit_nbytes: int
+    headroom_nbytes: int
+
+
 def cgroup_headroom_nbytes() -> int:
-    """Return the bytes left in the tightest memory cgroup; ``1 << 62`` if unlimited.
+    """Return the bytes left in the memory cgroup with the least; ``1 << 62`` if unlimited.
 
     Counts page cache as free.
     """
-    headroom = 1 << 62
+    return min((group.headroom_nbytes for group in _cgroups()), default=1 << 62)
+
+
+def tightest_cgroup() -> MemoryCgroup | None:
+    """Return the cgroup with the smallest limit above this process; None if unlimited."""
+    return min(_cgroups(), key=lambda group: group.limit_nbytes, default=None)
+
+
+def _cgroups() -> Iterator[MemoryCgroup]:
+    """Yield the memory cgroups above this process that have a limit."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return headroom
+        return
     for line in groups:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
-                headroom = min(
-                    headroom,
-                    _chain_headroom(root, name, "memory.max", "memory.current", "inactive_file"),
-                )
+                yield from _chain(root, name, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             root = Path("/sys/fs/cgroup/memory")
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            headroom = min(
-                headroom, _chain_headroom(root, name, limit, usage, "total_inactive_file")
-            )
-    return headroom
+            yield from _chain(root, name, limit, usage, "total_inactive_file")
 
 
-def _chain_headroom(root: Path, name: str, limit: str, usage: str, reclaimable: str) -> int:
-    """Return the least headroom from a cgroup up to ``root``, in bytes.
+def _chain(
+    root: Path, name: str, limit: str, usage: str, reclaimable: str
+) -> Iterator[MemoryCgroup]:
+    """Yield the cgroups from one up to ``root`` that have a limit.
 
     Inside a container the path may not exist; then only ``root`` counts.
     """
-    headroom = 1 << 62
     group = root / name.lstrip("/")
     for directory in (group, *group.parents):
         if not directory.is_relative_to(root):
             break
         try:
-            most = (directory / limit).read_text().strip()
+            most = int((directory / limit).read_text())  # not for "max"
             used = int((directory / usage).read_text())
             stat = (directory / "memory.stat").read_text()
+            inode = directory.stat().st_ino
         except (OSError, ValueError):
             continue
-        if most == "max" or int(most) >= 1 << 60:
+        if most >= 1 << 60:
             continue
         cache = next(
             (int(row.split()[1]) for row in stat.splitlines() if row.startswith(reclaimable + " ")),
             0,
         )
-        headroom = min(headroom, max(0, int(most) - used + cache))
-    return headroom
+        yield MemoryCgroup(f"{root}:{inode}", most, max(0, most - used + cache))
+
+
+# The share of a rank ------------------------------------------------------------------------------
+
+
+def memory_of_rank() -> list[str]:
+    """Return the IDs of this process's machine and of its tightest memory cgroup, or ``""``.
+
+    Ranks exchange them to find out who shares memory: :class:`NodeMemory`.
+    """
+    group = tightest_cgroup()
+    return [
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "" if group is None else group.id,
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The staging memory of a node, and this rank's share of it.
+
+    Attributes:
+        budget: Bytes, or the fraction of the machine's memory, for the slots of all ranks of the
+            machine; None without a limit.
+        ranks: The number of ranks on this machine.
+        cgroup_ranks: The number of them in this rank's tightest memory cgroup.
+        leads: Whether this is the first of them.
+        share_nbytes: The most bytes that the slots of this rank may use.
+    """
+
+    budget: float | None = None
+    ranks: int = 1
+    cgroup_ranks: int = 1
+    leads: bool = True
+    share_nbytes: int = 1 << 62
+
+    @classmethod
+    def of(cls, budget: float | None, rank: int, gathered: Sequence[Sequence[str]]) -> NodeMemory:
+        """Divide a budget, given what :func:`memory_of_rank` returned on each rank.
+
+        A fraction counts for the memory of the machine, and for the tightest memory cgroup.
+        """
+        machine, group = gathered[rank]
+        here = [position for position, each in enumerate(gathered) if each[0] == machine]
+        ranks, cgroup_ranks = len(here), sum(gathered[position][1] == group for position in here)
+        share_nbytes = 1 << 62
+        if isinstance(budget, int):
+            share_nbytes = budget // ranks
+        elif budget is not None:
+            share_nbytes = int(budget * _meminfo("MemTotal")) // ranks
+            if tightest := tightest_cgroup():
+                share_nbytes = min(
+                    share_nbytes, int(budget * tightest.limit_nbytes) // cgroup_ranks
+                )
+        return cls(budget, ranks, cgroup_ranks, here[0] == rank, share_nbytes)
+
+    def available_nbytes(self, used_nbytes: int = 0) -> int:
+        """Return the bytes that the slots of this rank can have, which use ``used_nbytes`` now."""
+        free_nbytes = min(
+            _mem_available() // self.ranks, cgroup_headroom_nbytes() // self.cgroup_ranks
+        )
+        return min(self.share_nbytes, used_nbytes + free_nbytes)
+
+    def require(self, nbytes: int, used_nbytes: int) -> None:
+        """Raise ``HostMemoryError`` if the rank's share has no room for another slot."""
+        if used_nbytes + nbytes <= self.share_nbytes:
+            return
+        budget = f"{self.budget:,} bytes" if isinstance(self.budget, int) else f"{self.budget:.0%}"
+        needed, allowed, used = (
+            f"{amount / 2**20:,.0f} MiB" for amount in (nbytes, self.share_nbytes, used_nbytes)
+        )
+        raise HostMemoryError(
+            f"a staging slot needs {needed} of host memory, and saves that are being written use "
+            f"{used}, but StagingOptions.node_memory_bytes allows this rank {allowed} ({budget} / "
+            f"{self.ranks} on this node); allow more, or save less"
+        )
+
+
+UNLIMITED: Final = NodeMemory()
+"""A rank alone, without a budget."""
 
 
 def require(nbytes: int, purpose: str) -> None:

@@ -46,6 +46,7 @@ class TensorCollector:
         self.container = ""
         self.refused: list[UnsupportedValueError] = []
         """Why values of the state cannot be saved; an item with one is not cached."""
+        self.takes_meta = False
         self._recall = recall
         self._disjoint = () if recall is None else recall.sequence  # share no names or memory
         self._follows = True
@@ -303,7 +304,7 @@ class TensorCollector:
         if value.layout is not torch.strided:
             return self._inner(value, fqn)
         dtype = value.dtype
-        if value.is_meta:
+        if value.is_meta and not self.takes_meta:
             raise NoValuesYet(f"{fqn}: a meta tensor has no values; materialize it first")
         if value._is_zerotensor():
             raise UnsupportedValueError(f"{fqn}: a tensor of zeros without memory; clone it first")

@@ -74,11 +74,11 @@ def flatten(
     allow_pickle: bool = False,
     ranks: tuple[int, ...] | None = None,
     recall: Recall | None = None,
+    meta: bool = False,
 ) -> FlatState:
     """Flatten a state without copying tensors; ``ranks`` save together (None for one alone).
 
-    Parts that ``recall`` remembers from an earlier call with the same ranks are not flattened
-    again.
+    Parts that ``recall`` remembers are reused. ``meta`` allows tensors without values.
 
     Raises:
         InvalidArgumentError: The state is no mapping with string keys.
@@ -86,6 +86,7 @@ def flatten(
             names all of them.
     """
     flattener = _Flattener(allow_pickle, ranks, recall)
+    flattener.tensors.takes_meta = meta
     treespec: dict[str, Any] = {}
 
     def encode() -> None:

@@ -254,6 +254,7 @@ def pins_beside_a_capture(run: str) -> None:
     checkpointer.prepare(state, slots=2).result(60)
     pool = checkpointer.session.pool
     host_memory.available_nbytes = lambda: 0
+    pool._slots[1].last_use = -100, 0.0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counter.value.add_(1)

@@ -23,9 +23,9 @@ FLOORS: Sequence[str] = """
     writer_daemon.protocol writer_daemon.wire writer_daemon.lease writer_daemon.checkpoints
     writer_daemon.save_record writer_daemon.log writer_daemon.commit writer_daemon.writing
     writer_daemon.mirror writer_daemon.process writer_daemon.__main__
-    client.arguments client.messages client.encryption client.runs client.reading client.targets
-    client.loading client.options client.increments client.daemon_link client.ranks client.saving
-    client.reporting client.export
+    client.arguments client.messages client.cost client.encryption client.runs client.reading
+    client.targets client.loading client.options client.increments client.daemon_link client.ranks
+    client.saving client.reporting client.export
     client.checkpointer client.training client.integrations client.cli
 """.split()  # noqa: SIM905 - floor by floor
 
@@ -47,6 +47,8 @@ ONLY = {
     "client.reporting": {
         "client.arguments",
         "client.messages",
+        "client.cost",
+        "client.options",
         "client.runs",
         "client.reading",
         "client.saving",

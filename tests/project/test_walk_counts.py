@@ -10,7 +10,7 @@ from scripts import rooms, walk
 HELD = {
     "save": {
         "path": {"stops": 18, "modules": 12, "climbs": 0, "returns": 6},
-        "core": {"stops": 74, "modules": 26, "climbs": 1, "returns": 48},
+        "core": {"stops": 73, "modules": 26, "climbs": 1, "returns": 47},
         "core, caller's thread": {"stops": 48, "modules": 24, "climbs": 0, "returns": 24},
     },
     "load": {

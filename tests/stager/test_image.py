@@ -17,7 +17,7 @@ from states import bits, noise
 
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy.copier import Copier
-from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.dtypes import NAMES
 from sidesave.stager.memory.arena import PAGE, Arena, page_up
 from sidesave.stager.plan import Plan, make_plan, structure_of

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from sessions import arenas_nbytes
 from states import assert_holds
 from trainers import stopped, wait_until
 
+import sidesave
 from sidesave import Checkpointer, StagingOptions
 from sidesave.errors import ClosedError, HostMemoryError, StagingError, WriteStalledError
 from sidesave.stager.copy import pool as module
-from sidesave.stager.copy.pool import SlotPool, StagingSlot
+from sidesave.stager.copy.pool import SlotPool, slot_nbytes
+from sidesave.stager.copy.slot import StagingSlot
 from sidesave.stager.memory import host_memory
 from sidesave.stager.memory.arena import Arena
+from sidesave.stager.memory.host_memory import NodeMemory
 from sidesave.stager.plan import make_plan, structure_of
 from sidesave.stager.state.tree import flatten
 
@@ -34,6 +37,14 @@ def fit(pool: SlotPool, owner: str, device: torch.device | None = None) -> Stagi
     return slot
 
 
+def end(pool: SlotPool) -> None:
+    """Close a pool, and end the saves of a test."""
+    pool.close()
+    for slot in pool._slots:
+        if isinstance(slot.owner, str):
+            pool.release(slot.owner)
+
+
 @pytest.fixture
 def attached() -> dict[int, Arena]:
     """The arenas that a daemon would have."""
@@ -46,9 +57,7 @@ def pool(attached: dict[int, Arena]) -> Iterator[SlotPool]:
     pool = SlotPool(3, attached.__setitem__, attached.__delitem__)
     fit(pool, "first")
     yield pool
-    pool.close()
-    for slot in pool._slots:
-        pool.release(slot.owner)
+    end(pool)
     wait_until(lambda: not attached and not pool.nbytes, "all memory is given back")
 
 
@@ -226,6 +235,122 @@ def test_a_save_in_a_callback_does_not_wait_for_a_slot_that_its_own_thread_would
         ready.set()
         assert ended.wait(60)
     assert [type(error) for error in errors] == [StagingError if slots == 1 else HostMemoryError]
+
+
+# Within a budget ----------------------------------------------------------------------------------
+
+
+SLOT_NBYTES = slot_nbytes(PLAN, [FLAT.objects])
+LARGE = flatten({"weights": torch.zeros(3 * MIB)})
+LARGE_PLAN = make_plan(structure_of(LARGE.containers))
+
+
+@pytest.fixture
+def narrow(attached: dict[int, Arena]) -> Iterator[Callable[[float], SlotPool]]:
+    """Makes pools of two slots with a budget of so many slots of ``PLAN``."""
+    pools: list[SlotPool] = []
+
+    def make(slots: float) -> SlotPool:
+        budget = int(slots * SLOT_NBYTES)
+        memory = NodeMemory(budget, share_nbytes=budget)
+        pools.append(SlotPool(2, attached.__setitem__, attached.__delitem__, memory))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        end(pool)
+        assert not pool.nbytes
+    assert not attached
+
+
+@pytest.mark.parametrize("slots", [1.5, 2.0])
+def test_a_second_slot_is_made_only_within_the_budget(
+    narrow: Callable[[float], SlotPool], slots: float
+):
+    pool = narrow(slots)
+    fit(pool, "first")
+    assert pool.is_busy() == (slots < 2)
+    if slots < 2:
+        with pytest.raises(WriteStalledError, match="all 1 staging slots"):
+            pool.acquire("second", 0.2)
+    else:
+        assert pool.acquire("second", 60.0).nbytes == SLOT_NBYTES
+    assert pool.nbytes == int(slots) * SLOT_NBYTES
+
+
+def test_a_slot_beyond_the_budget_is_refused_with_the_amounts(
+    narrow: Callable[[float], SlotPool], attached: dict[int, Arena]
+):
+    pool = narrow(0.5)
+    with pytest.raises(
+        HostMemoryError, match=r"needs 4 MiB of host memory.* allows this rank 2 MiB"
+    ):
+        fit(pool, "first")
+    assert not attached and not pool.nbytes
+
+
+def test_memory_that_could_not_be_allocated_does_not_count(
+    narrow: Callable[[float], SlotPool], monkeypatch: pytest.MonkeyPatch
+):
+    pool = narrow(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "_mem_available", lambda: 0)
+        with pytest.raises(HostMemoryError):
+            fit(pool, "first")
+    assert not pool.nbytes
+    pool.release("first")
+    fit(pool, "first")
+
+
+def test_a_free_slot_makes_room_for_one_that_grows(narrow: Callable[[float], SlotPool]):
+    pool = narrow(3.5)
+    for owner in ("first", "second"):
+        fit(pool, owner)
+    pool.release("first")
+    slot = next(slot for slot in pool._slots if slot.owner == "second")
+    pool.lay_out(slot, LARGE_PLAN, [LARGE.objects], None, lambda fit: fit(), lambda: 0.0)
+    assert pool.nbytes == slot.nbytes > 3 * 4 * MIB
+
+
+def test_a_slot_that_grows_waits_for_the_memory_of_one_that_is_being_written(
+    narrow: Callable[[float], SlotPool],
+):
+    pool = narrow(3.5)
+    for owner in ("first", "second"):
+        fit(pool, owner)
+    slot = next(slot for slot in pool._slots if slot.owner == "second")
+
+    def grow(patience_s: float) -> None:
+        parts = [LARGE.objects]
+        pool.lay_out(slot, LARGE_PLAN, parts, None, lambda fit: fit(), lambda: patience_s)
+
+    with pytest.raises(WriteStalledError):
+        grow(0.2)
+    threading.Timer(0.2, lambda: pool.release("first")).start()
+    grow(60.0)
+    assert slot.nbytes > 3 * 4 * MIB
+
+
+def test_a_slot_that_grows_where_it_cannot_wait_is_refused(narrow: Callable[[float], SlotPool]):
+    pool = narrow(3.5)
+    for owner in ("first", "second"):
+        fit(pool, owner)
+    slot = next(slot for slot in pool._slots if slot.owner == "second")
+    with pytest.raises(HostMemoryError, match="saves that are being written use 4 MiB"):
+        pool.lay_out(slot, LARGE_PLAN, [LARGE.objects], None, lambda fit: fit())
+
+
+def test_a_state_that_grows_while_a_save_is_written_is_saved(tmp_path: Path):
+    states = [{"weights": torch.full((size * MIB,), float(size))} for size in (1, 3, 2, 3)]
+    budget = 14 * MIB
+    with Checkpointer(tmp_path, staging=StagingOptions(node_memory_bytes=budget)) as checkpointer:
+        for step, state in enumerate(states):
+            checkpointer.save(step, state)
+            assert checkpointer.session.pool.nbytes <= budget
+    for step, state in enumerate(states):
+        assert torch.equal(
+            sidesave.load(sidesave.find(tmp_path)[step])["weights"], state["weights"]
+        )
 
 
 # Giving back --------------------------------------------------------------------------------------

@@ -478,7 +478,7 @@ MUTANTS = [
         "with self._runtime.on(self._device):",
         equivalent="what is unregistered inside a capture ends the capture",
     ),
-    Mutant("copy/pool.py", "pinned.close()", ("closing_unregisters", "gives_its_slot_back")),
+    Mutant("copy/slot.py", "pinned.close()", ("closing_unregisters", "gives_its_slot_back")),
     Mutant(_CUDA, "_clear_last_error()", ("cannot_be_pinned_is_used",)),
 ]
 

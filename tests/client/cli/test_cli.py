@@ -693,6 +693,27 @@ def test_doctor_runs_every_check_and_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_tells_what_saves_of_a_state_cost(tmp_path: Path):
+    [cost] = [
+        finding
+        for finding in as_json("doctor", tmp_path, "--state-bytes", "16MB", "--world-size", 4)
+        if finding["name"] == "cost"
+    ]
+    assert cost["status"] == "ok"
+    assert (
+        "take 4.00 MB of host memory on each rank, 16.0 MB on this node with its 4 ranks"
+        in (cost["finding"])
+    )
+    assert "is durable after" in cost["finding"]
+    assert list(tmp_path.iterdir()) == []
+    [refused] = [
+        finding
+        for finding in as_json("doctor", tmp_path, "--state-bytes", "1000TB", status=1)
+        if finding["name"] == "cost"
+    ]
+    assert refused["status"] == "fail" and "needs 1.00 PB of host memory" in refused["finding"]
+
+
 def test_doctor_checks_the_parent_of_a_directory_that_is_yet_to_be_made(tmp_path: Path):
     text = output("doctor", tmp_path / "new" / "run")
     assert f"{tmp_path} is on" in text

@@ -46,6 +46,24 @@ def test_plain_state_is_written_once_by_all_ranks_together(
     finish(ranks, run, traces)
 
 
+@pytest.mark.parametrize("declared", [False, True], ids=["compared", "Replicated"])
+def test_ranks_divide_the_staging_memory_of_their_node(
+    start: Start, run: Path, traces: Traces, declared: bool
+):
+    ranks = start(2)
+    ranks.do("build", "plain", 40, declared)
+    ranks.open(run, staging={"node_memory_bytes": 80 << 20})
+    if declared:
+        ranks.save(1)
+        assert max(ranks.do("staging_nbytes")) < 40 << 20
+    else:
+        for told in ranks.attempt("save", 1):
+            assert told.error == "HostMemoryError"
+            assert "allows this rank 40 MiB (83,886,080 bytes / 2 on this node)" in told.message
+            assert "wrap equal ones in sidesave.Replicated" in told.message
+    finish(ranks, run, traces)
+
+
 def test_what_is_to_be_whole_is_written_by_the_first_rank_and_the_others_write_the_more(
     start: Start, run: Path, traces: Traces
 ):
