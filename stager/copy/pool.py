@@ -302,10 +302,11 @@ class SlotPool:
         return slot.plan is plan or arena.nbytes - room_nbytes >= capacity(plan, 0)[0]
 
     def _has_memory_for(self, slot: StagingSlot, nbytes: int) -> bool:
-        """Whether the budget has room for ``nbytes`` in a slot beside those that are in use."""
-        unused = sum(each.nbytes for each in self._slots if each is slot or not each.owner)
-        in_use = self.nbytes - unused
-        return not in_use or in_use + nbytes <= self._memory.share_nbytes
+        """Whether to go on with ``nbytes`` in a slot: waiting for others would not help, or has."""
+        usable = (None, slot.owner)  # prepare() owns several
+        in_use = self.nbytes - sum(each.nbytes for each in self._slots if each.owner in usable)
+        most_nbytes = self._memory.share_nbytes
+        return not in_use or nbytes > most_nbytes or in_use + nbytes <= most_nbytes
 
     def _replace(
         self,

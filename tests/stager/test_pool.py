@@ -340,6 +340,24 @@ def test_a_slot_that_grows_where_it_cannot_wait_is_refused(narrow: Callable[[flo
         pool.lay_out(slot, LARGE_PLAN, [LARGE.objects], None, lambda fit: fit())
 
 
+def test_a_slot_that_never_fits_is_refused_at_once(narrow: Callable[[float], SlotPool]):
+    pool = narrow(2.5)
+    for owner in ("first", "second"):
+        fit(pool, owner)
+    slot = next(slot for slot in pool._slots if slot.owner == "second")
+    with pytest.raises(HostMemoryError, match="needs 12 MiB"):
+        pool.lay_out(slot, LARGE_PLAN, [LARGE.objects], None, lambda fit: fit(), lambda: 1000.0)
+
+
+def test_two_slots_that_do_not_fit_cannot_be_prepared(tmp_path: Path):
+    state, staging = {"weights": torch.ones(MIB)}, StagingOptions(node_memory_bytes=6 * MIB)
+    with Checkpointer(tmp_path, staging=staging) as checkpointer:
+        with pytest.raises(HostMemoryError, match="allows this rank 6 MiB"):
+            checkpointer.prepare(state, slots=2).result(60)
+        checkpointer.prepare(state).result(60)
+        assert_holds(checkpointer.save(1, state), state)
+
+
 def test_a_state_that_grows_while_a_save_is_written_is_saved(tmp_path: Path):
     states = [{"weights": torch.full((size * MIB,), float(size))} for size in (1, 3, 2, 3)]
     budget = 14 * MIB
