@@ -1,4 +1,4 @@
-"""What saves of a state cost: staging memory and seconds, said before they are spent."""
+"""Estimates and logs the cost of saves, in host memory and seconds, before they are made."""
 
 from __future__ import annotations
 

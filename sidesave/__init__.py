@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
     from sidesave.client.options import FailureOptions, MirrorOptions, StagingOptions
+    from sidesave.client.planning import plan
     from sidesave.client.reading.fetch import fetch
     from sidesave.client.reading.verify import verify
-    from sidesave.client.reporting.planning import plan
     from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.runs.history import history
     from sidesave.client.runs.watch import hold, watch
@@ -130,7 +130,7 @@ _MODULES = {
     "sidesave.client.options": "FailureOptions MirrorOptions StagingOptions",
     "sidesave.client.reading.fetch": "fetch",
     "sidesave.client.reading.verify": "verify",
-    "sidesave.client.reporting.planning": "plan",
+    "sidesave.client.planning": "plan",
     "sidesave.client.runs.finding": "contains_checkpoint find is_checkpoint latest",
     "sidesave.client.runs.history": "history",
     "sidesave.writer_daemon.checkpoints.info": "CheckpointInfo",

@@ -67,9 +67,10 @@ class Monitor(RLock):  # pyright: ignore[reportGeneralTypeIssues] - final for ty
         progress: Callable[[], object],
         each_round: Callable[[], object],
     ) -> T:
-        """Block until ``predicate`` is true, or ``progress()`` has been the same for so long.
+        """Block until ``predicate`` is true, or ``progress()`` did not change for ``patience_s``.
 
-        Returns its last result. ``each_round`` is called without the lock, ten times a second.
+        Returns the predicate's last result. ``each_round`` is called ten times a second, without
+        the lock.
         """
         last_change, before = time.monotonic(), progress()
         while True:

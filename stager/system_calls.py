@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 REFUSED: Final = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
@@ -127,6 +128,11 @@ def needs(name: str) -> Generator[None]:
         if not why:
             raise
         raise OSError(error.errno, f"{error.strerror}: {why}") from error
+
+
+def boot_id() -> str:
+    """Return the ID of this machine since its last boot; containers of a machine share it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def usable_cpus() -> frozenset[int]:

@@ -231,7 +231,7 @@ def _space(scratch: Path) -> Iterator[Verdict]:
 
 def _disk_speed(scratch: Path) -> Iterator[Verdict]:
     """Measure like the daemon writes and the loader reads: direct I/O, four pieces at a time."""
-    from sidesave.client.reporting.planning import PIECE_NBYTES, speed_of, write_speed
+    from sidesave.client.planning import PIECE_NBYTES, speed_of, write_speed
 
     storage = PosixStorage(str(scratch))
 

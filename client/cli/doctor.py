@@ -46,7 +46,7 @@ def examine(
     """Run all checks on a directory or URL, yielding each finding as soon as it is known.
 
     A directory that does not exist is not created: its nearest existing parent is checked instead.
-    With ``state_nbytes`` the last finding is what saves of a state of that size cost.
+    With ``state_nbytes`` the last finding estimates the cost of saves of such a state.
     """
     yield from run("versions", _versions, "pip install -U 'torch>=2.8'")
     yield from run("memfd", _memfd, CALLS["memfd_create"].remedy)
@@ -74,7 +74,7 @@ def examine(
         yield from _in_scratch(place)
     if state_nbytes is not None:
         cost = partial(_cost, place, state_nbytes, world_size, ranks_per_node)
-        yield from run("cost", cost, "use nodes with more memory, or more of them")
+        yield from run("cost", cost, "use more nodes, or nodes and a disk with more room")
 
 
 def _in_scratch(directory: Path) -> Generator[Finding]:
@@ -97,7 +97,7 @@ def _in_scratch(directory: Path) -> Generator[Finding]:
 def _cost(
     place: Path | str, nbytes: int, world_size: int, ranks_per_node: int | None
 ) -> Iterator[Verdict]:
-    from sidesave.client.reporting.planning import plan
+    from sidesave.client.planning import plan
 
     cost = plan(nbytes, place, world_size=world_size, ranks_per_node=ranks_per_node, probe=True)
     yield "warn" if cost.shortage() else "ok", str(cost), cost.shortage()

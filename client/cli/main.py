@@ -337,7 +337,7 @@ def doctor(
     as_json: JsonOption = False,
     state_bytes: Annotated[
         str | None,
-        typer.Option(help="Size of a state, like 112GB: also tell what saves of it cost."),
+        typer.Option(help="Size of a state, like 112GB: estimate the cost of its saves."),
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks that divide the state.")] = 1,
     ranks_per_node: Annotated[
@@ -352,8 +352,14 @@ def doctor(
     from sidesave.client.cli.doctor import examine
     from sidesave.client.cli.finding import Finding
     from sidesave.client.export.safetensors import parse_size
+    from sidesave.client.planning import check_ranks
 
     nbytes = None if state_bytes is None else parse_size(state_bytes)
+    if nbytes is None and (world_size, ranks_per_node) != (1, None):
+        raise InvalidArgumentError(
+            "--world-size and --ranks-per-node divide a state: add --state-bytes SIZE"
+        )
+    check_ranks(world_size, ranks_per_node)
     place = place_to_write(directory) if urls.is_url(directory) else Path(path_text(directory))
     if isinstance(place, Path) and place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is not a directory")

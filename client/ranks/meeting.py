@@ -14,7 +14,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -37,6 +36,7 @@ from sidesave.errors import (
     WriteError,
     listed,
 )
+from sidesave.stager.system_calls import boot_id
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.storage import Storage, urls
 
@@ -194,8 +194,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
             if node_local or world.rank == 0:
                 opened.callback(_discard, storage, f"{RENDEZVOUS}/{HERE}{nonce}")
                 storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        gathered = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
+        gathered = world.gather("hosts", [nonce, socket.gethostname(), boot_id()])
         ranks = {
             f"{HERE}{each}": rank
             for rank, (each, _, _) in enumerate(gathered if node_local else gathered[:1])

@@ -36,14 +36,18 @@ class Planner:
         self._last: tuple[StateSignature, Plan] | None = None
 
     @gc_paused()
-    def flatten(self, state: Mapping[str, Any]) -> FlatState:
-        """Take a state apart; one call at a time.
+    def flatten(self, state: Mapping[str, Any], *, meta: bool = False) -> FlatState:
+        """Take a state apart; one call at a time. ``meta`` allows tensors without values.
 
         Raises:
             UnsupportedValueError: The state holds something that cannot be saved.
         """
         return tree.flatten(
-            state, allow_pickle=self._allow_pickle, ranks=self._ranks, recall=self._recall
+            state,
+            allow_pickle=self._allow_pickle,
+            ranks=self._ranks,
+            recall=self._recall,
+            meta=meta,
         )
 
     def plan(self, flat: FlatState) -> ShardPlan:

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 _IDLE_SAVES: Final = 20
 _IDLE_S: Final = 3600.0
-"""A slot is given back if the last this many saves, or those of so long, did not use it."""
+"""A slot is given back if 20 saves, or all saves of an hour, did not use it."""
 
 
 class _PoolWork:
@@ -295,14 +295,14 @@ class SlotPool:
 
     @staticmethod
     def _has_room(slot: StagingSlot, plan: Plan, data_nbytes: int) -> bool:
-        """Whether a slot's arena has room for so many bytes, and is not mostly unused by them."""
+        """Whether a slot's arena has room for ``data_nbytes``, and these use half of it."""
         arena, most_nbytes = slot.arena, max(2 * max(data_nbytes, plan.room_nbytes), 1 << 20)
         if arena is None or not data_nbytes <= (room_nbytes := arena.data_nbytes) <= most_nbytes:
             return False
         return slot.plan is plan or arena.nbytes - room_nbytes >= capacity(plan, 0)[0]
 
     def _has_memory_for(self, slot: StagingSlot, nbytes: int) -> bool:
-        """Whether to go on with ``nbytes`` in a slot: waiting for others would not help, or has."""
+        """Whether a slot can grow to ``nbytes`` now, or never can, so that it need not wait."""
         usable = (None, slot.owner)  # prepare() owns several
         in_use = self.nbytes - sum(each.nbytes for each in self._slots if each.owner in usable)
         most_nbytes = self._memory.share_nbytes

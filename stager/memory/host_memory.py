@@ -30,7 +30,7 @@ from typing import Final
 from sidesave.errors import HostMemoryError
 from sidesave.stager.memory import numa
 from sidesave.stager.memory.arena import HUGE_PAGE, PAGE, Arena, madvise
-from sidesave.stager.system_calls import REFUSED, usable_cpus
+from sidesave.stager.system_calls import REFUSED, boot_id, usable_cpus
 
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
@@ -141,7 +141,7 @@ def memory_of_rank() -> list[str]:
     """
     group = tightest_cgroup()
     return [
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        boot_id(),
         "" if group is None else group.id,
     ]
 

@@ -25,7 +25,7 @@ FLOORS: Sequence[str] = """
     writer_daemon.mirror writer_daemon.process writer_daemon.__main__
     client.arguments client.messages client.cost client.encryption client.runs client.reading
     client.targets client.loading client.options client.increments client.daemon_link client.ranks
-    client.saving client.reporting client.export
+    client.saving client.planning client.reporting client.export
     client.checkpointer client.training client.integrations client.cli
 """.split()  # noqa: SIM905 - floor by floor
 
@@ -47,8 +47,6 @@ ONLY = {
     "client.reporting": {
         "client.arguments",
         "client.messages",
-        "client.cost",
-        "client.options",
         "client.runs",
         "client.reading",
         "client.saving",

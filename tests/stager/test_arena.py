@@ -475,6 +475,9 @@ try:
     host_memory.populate(large)
 except HostMemoryError as error:
     print(before, after, error)
+group = host_memory.tightest_cgroup()
+memory = host_memory.NodeMemory.of(0.5, 0, [host_memory.memory_of_rank()] * 2)
+print(group.limit_nbytes, memory.cgroup_ranks, memory.share_nbytes)
 """
 
 
@@ -520,9 +523,10 @@ def test_a_cgroup_limit_is_refused_and_not_run_into(cgroup: Path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"(\d+) (\d+) (.*)\n", done.stdout)
+    found = re.fullmatch(r"(\d+) (\d+) (.*)\n(.*)\n", done.stdout)
     assert found, done.stdout
     assert int(found[1]) < 640 * MIB
     assert int(found[1]) - int(found[2]) > 60 * MIB, "what is populated is charged to the group"
     assert "a staging slot needs 480 MiB" in found[3]
     assert "the memory cgroup has" in found[3]
+    assert found[4] == f"{640 * MIB} 2 {160 * MIB}", "a fraction counts for the limit"

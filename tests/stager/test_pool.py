@@ -1,4 +1,4 @@
-"""A second staging slot: when it is made, who takes it, and when it is given back."""
+"""Staging slots: making a second one, taking it, giving it back, and the budget."""
 
 import itertools
 import threading
@@ -247,7 +247,7 @@ LARGE_PLAN = make_plan(structure_of(LARGE.containers))
 
 @pytest.fixture
 def narrow(attached: dict[int, Arena]) -> Iterator[Callable[[float], SlotPool]]:
-    """Makes pools of two slots with a budget of so many slots of ``PLAN``."""
+    """Makes pools of two slots, given their budget in slots of ``PLAN``."""
     pools: list[SlotPool] = []
 
     def make(slots: float) -> SlotPool:

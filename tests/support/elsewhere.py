@@ -34,5 +34,5 @@ def pretend() -> None:
     from sidesave.writer_daemon.lease import record
     from sidesave.writer_daemon.lease.lease import Lease
 
-    setattr(record, "_boot_id", lambda: ELSEWHERE)  # noqa: B010 - which is private
+    record.boot_id = lambda: ELSEWHERE
     Lease.__init__.__defaults__ = (PERIOD_S,)  # that of period_s, which has been taken in by now

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
+from sidesave.stager.system_calls import boot_id
+
 RECORD_NBYTES: Final = 4096
 PERIOD_S: Final = 60.0
 """Seconds between two updates of a holder's counter.
@@ -51,7 +53,7 @@ class LeaseRecord:
         return cls(
             session=session,
             host=socket.gethostname(),
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             pid_namespace=_pid_namespace(),
             pid=os.getpid(),
             started=_started(os.getpid()),
@@ -136,11 +138,7 @@ class LeaseRecord:
 
     def _is_of_this_system(self) -> bool:
         """Whether the record's pids refer to this system; host names are not unique."""
-        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return (self.boot_id, self.pid_namespace) == (boot_id(), _pid_namespace())
 
 
 def _pid_namespace() -> int:

@@ -702,7 +702,7 @@ def test_doctor_tells_what_saves_of_a_state_cost(tmp_path: Path):
     assert cost["status"] == "ok"
     assert (
         "take 4.00 MB of host memory on each rank, 16.0 MB on this node with its 4 ranks"
-        in (cost["finding"])
+        in cost["finding"]
     )
     assert "is durable after" in cost["finding"]
     assert list(tmp_path.iterdir()) == []
@@ -712,6 +712,20 @@ def test_doctor_tells_what_saves_of_a_state_cost(tmp_path: Path):
         if finding["name"] == "cost"
     ]
     assert refused["status"] == "fail" and "needs 1.00 PB of host memory" in refused["finding"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "8"], "add --state-bytes SIZE"),
+        (["--state-bytes", "8GB", "--world-size", "4", "--ranks-per-node", "5"], "to world_size"),
+        (["--state-bytes", "8 apples"], "is no size"),
+    ],
+)
+def test_doctor_refuses_a_cost_that_cannot_be_estimated(
+    tmp_path: Path, arguments: list[str], message: str
+):
+    assert message in output("doctor", tmp_path, *arguments, status=2)
 
 
 def test_doctor_checks_the_parent_of_a_directory_that_is_yet_to_be_made(tmp_path: Path):

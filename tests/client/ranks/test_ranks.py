@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_checks import Start, errors, finish, read, visible
-from rank_trainers import same_tensors
+from rank_trainers import plain, same_tensors
 from safetensors import safe_open
 from trainers import Traces, wait_until
 
@@ -61,6 +61,21 @@ def test_ranks_divide_the_staging_memory_of_their_node(
             assert told.error == "HostMemoryError"
             assert "allows this rank 40 MiB (83,886,080 bytes / 2 on this node)" in told.message
             assert "wrap equal ones in sidesave.Replicated" in told.message
+    finish(ranks, run, traces)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["compared", "Replicated"])
+def test_ranks_take_the_memory_that_was_planned(
+    start: Start, run: Path, traces: Traces, declared: bool
+):
+    cost = sidesave.plan(plain(0, 2, 40, declared), run, world_size=2)
+    ranks = start(2)
+    ranks.do("build", "plain", 40, declared)
+    ranks.open(run)
+    ranks.save(1)
+    first, second = ranks.do("staging_nbytes")
+    assert first == pytest.approx(cost.slot_nbytes, abs=64 << 10), "it is that of the first rank"
+    assert second == pytest.approx(cost.slot_nbytes, rel=0.02)
     finish(ranks, run, traces)
 
 

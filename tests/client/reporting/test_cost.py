@@ -1,4 +1,4 @@
-"""What saves cost, said before they are spent: log lines, ``sidesave.plan`` and the budget."""
+"""The cost of saves: its log lines, ``sidesave.plan`` and the budget for a node."""
 
 import logging
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from row_tables import GrowingTable
 from trainers import stopped
 
 import sidesave
 from sidesave import Checkpointer, Replicated, StagingOptions
-from sidesave.client.cost import CostEstimate, Durations
+from sidesave.client.cost import CostEstimate, CostReport, Durations
 from sidesave.client.messages import format_bytes
 from sidesave.errors import HostMemoryError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.memory import host_memory
@@ -26,7 +27,7 @@ SLOT_NBYTES = 8 * MIB + 64 * 1024
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, str]]]:
-    """Returns level and text of what was logged of the cost since the last call."""
+    """Returns level and text of the lines about cost that were logged since the last call."""
     caplog.set_level(logging.INFO)
 
     def taken() -> list[tuple[str, str]]:
@@ -108,6 +109,15 @@ def test_memory_that_is_left_for_one_slot_is_warned_of_once_all_ranks_have_one(
     assert levels == ["INFO", "INFO", "WARNING"]
 
 
+def test_only_the_first_rank_of_a_node_says_it(logged: Callable[[], list[tuple[str, str]]]):
+    reached = {"laid_out": 1.0, "staged": 2.0, "written": 3.0, "committed": 4.0}
+    for leads in (True, False):
+        report = CostReport(NodeMemory(leads=leads), 2)
+        report.before(1000)
+        report.committed(1000, reached)
+        assert len(logged()) == 2 * leads
+
+
 def test_a_share_is_that_of_the_machine_and_of_the_cgroup(monkeypatch: pytest.MonkeyPatch):
     gathered = [["a", "x"], ["a", "x"], ["b", "x"], ["a", "y"], ["a", "x"]]
     memory = NodeMemory.of(4000, 3, gathered)
@@ -184,14 +194,24 @@ def test_ranks_divide_the_state(tmp_path: Path):
     cost = sidesave.plan(
         {"weights": Replicated(torch.ones(4 * MIB))}, tmp_path, world_size=16, ranks_per_node=4
     )
-    assert cost.slot_nbytes == -(-whole.slot_nbytes // 16)
+    assert cost.slot_nbytes == pytest.approx(whole.slot_nbytes / 16, abs=64 << 10)
     assert cost.ranks_on_node == 4
     assert cost.available_nbytes == pytest.approx(whole.available_nbytes / 4, rel=0.2)
     assert "on each rank" in str(cost) and "on this node with its 4 ranks" in str(cost)
 
 
+def test_the_rows_of_a_table_are_planned(tmp_path: Path):
+    table = GrowingTable(width=64)
+    table.train(range(1000))
+    state = {"table": table}
+    cost = sidesave.plan(state, tmp_path)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, blocking=True)
+        assert checkpointer.session.pool.nbytes == cost.slot_nbytes > 1000 * 64 * 4
+
+
 def test_a_state_that_does_not_fit_is_refused_with_the_amounts(tmp_path: Path):
-    with pytest.raises(HostMemoryError, match=r"needs 1\.00 PB of host memory on each of 1 ranks"):
+    with pytest.raises(HostMemoryError, match=r"needs 1\.00 PB of host memory, and each"):
         sidesave.plan(10**15, tmp_path)
     cost = sidesave.plan(
         10**15, tmp_path, world_size=8, staging=StagingOptions(node_memory_bytes=10**15)

@@ -1,4 +1,4 @@
-"""What saves will cost, computed before a job runs; and the speed of a directory, measured."""
+"""Estimates the cost of saves before a job runs, and measures the speed of a directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, Final
 
 from sidesave.client import arguments
 from sidesave.client.cost import CostEstimate, Durations
+from sidesave.client.increments import Increments
 from sidesave.client.messages import format_bytes
 from sidesave.client.options import PathLike, StagingOptions, check_staging
+from sidesave.client.ranks.group import World
+from sidesave.client.saving.planner import Planner
 from sidesave.errors import HostMemoryError, InvalidArgumentError
 from sidesave.stager.copy.pool import slot_nbytes
 from sidesave.stager.memory.host_memory import NodeMemory, memory_of_rank
-from sidesave.stager.plan import make_plan, structure_of
-from sidesave.stager.state import tree
 from sidesave.writer_daemon.log import read_history
 from sidesave.writer_daemon.storage import Storage, urls
 
@@ -44,12 +45,14 @@ def plan(
     scaled to the state's size.
 
     Args:
-        state: The state of the whole job, or its number of bytes. Tensors may be on the device
-            ``"meta"``. An optimizer that has not stepped has no state yet: AdamW will add two
-            tensors for each parameter.
-        directory: The run directory or URL; it need not exist.
-        world_size: Number of ranks. They divide the state evenly, as with FSDP or ``Replicated``.
-            (Ranks that hold plain tensors stage all of them: multiply those by ``world_size``.)
+        state: What each rank would pass to ``save()``, or the number of bytes of a state that the
+            ranks divide evenly. Tensors may be on the device ``"meta"``. Several ranks stage plain
+            tensors whole, to compare them: wrap in ``Replicated`` what is equal on all ranks, and
+            what FSDP will shard. An optimizer that has not stepped has no state yet: AdamW will add
+            two tensors for each parameter.
+        directory: The run directory or URL; it need not exist. Credentials for the probe of a store
+            come from the environment.
+        world_size: Number of ranks.
         ranks_per_node: Number of them that share a node; None means all.
         staging: The options of the checkpointer. With an int as ``node_memory_bytes`` the memory of
             this machine does not matter.
@@ -63,10 +66,7 @@ def plan(
         WriteError: The probe cannot be written.
     """
     place = arguments.place_to_write(directory)
-    ranks = world_size if ranks_per_node is None else ranks_per_node
-    for name, count in (("world_size", world_size), ("ranks_per_node", ranks)):
-        if type(count) is not int or not 1 <= count <= world_size:
-            raise InvalidArgumentError(f"{name} must be an int from 1 to world_size, not {count!r}")
+    ranks = check_ranks(world_size, ranks_per_node)
     check_staging(staging)
     nbytes, slot = _sizes(state, world_size)
     budget = staging.node_memory_bytes
@@ -90,24 +90,50 @@ def plan(
     )
     if not cost.fitting_slots:
         raise HostMemoryError(
-            f"a staging slot needs {format_bytes(slot)} of host memory on each of {ranks} ranks, "
-            f"and each can have {format_bytes(cost.available_nbytes)}: use nodes with more memory, "
-            "more nodes, or a larger StagingOptions.node_memory_bytes"
+            f"a staging slot needs {format_bytes(slot)} of host memory, and each rank can have "
+            f"{format_bytes(cost.available_nbytes)} (ranks on a node: {ranks}); use nodes with "
+            "more memory, more nodes, or a larger StagingOptions.node_memory_bytes"
         )
     return cost
 
 
+def check_ranks(world_size: int, ranks_per_node: int | None) -> int:
+    """Return the number of ranks on a node; raise ``InvalidArgumentError`` if there are none."""
+    ranks = world_size if ranks_per_node is None else ranks_per_node
+    for name, count in (("world_size", world_size), ("ranks_per_node", ranks)):
+        if type(count) is not int or not 1 <= count <= world_size:
+            raise InvalidArgumentError(f"{name} must be an int from 1 to world_size, not {count!r}")
+    return ranks
+
+
+class _Planned(World):
+    """Ranks that do not exist yet; this process plans for the first one."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.ranks = tuple(range(size))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        raise NotImplementedError
+
+
 def _sizes(state: Mapping[str, Any] | int, world_size: int) -> tuple[int, int]:
-    """Return the bytes of a state, and of a staging slot for a rank's share of it."""
+    """Return the bytes of a state, and of a staging slot of the first rank."""
     if isinstance(state, int):
         if state < 1:
             raise InvalidArgumentError(f"a state has 1 byte or more, not {state!r}")
         return state, -(-state // world_size)
-    flat = tree.flatten(state, allow_pickle=True, meta=True)
-    whole = make_plan(structure_of(flat.containers))
-    return (
-        whole.nbytes + len(flat.objects),
-        -(-slot_nbytes(whole, [flat.objects]) // world_size),
+    planner = Planner(
+        _Planned(world_size), Increments(links=False), allow_pickle=True, file_nbytes=None
+    )
+    flat = planner.flatten(state, meta=True)
+    tensors = [tensor for each in flat.containers.values() for tensor in each.values()]
+    shards = planner.plan(flat)
+    nbytes = sum(tensor.nbytes for tensor in tensors) + len(flat.objects)
+    parts = [*filter(None, (flat.objects, shards.table, shards.unshared_table))]
+    return nbytes + sum(table.room_nbytes for table in shards.tables), slot_nbytes(
+        shards.plan, parts
     )
 
 
