@@ -237,6 +237,22 @@ def test_a_save_in_a_callback_does_not_wait_for_a_slot_that_its_own_thread_would
     assert [type(error) for error in errors] == [StagingError if slots == 1 else HostMemoryError]
 
 
+def test_a_save_that_is_written_leaves_nothing_staged_and_one_left_alone_does(tmp_path: Path):
+    """A later daemon would write it again; one that is left alone still needs it."""
+    state = {"weights": torch.ones(MIB)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, blocking=True)
+        pool = checkpointer.session.pool
+        wait_until(lambda: pool._slots[0].owner is None, "the slot is free")
+        arena = pool._slots[0].arena
+        assert arena is not None and arena.staged_descriptor() is None
+        assert pool.try_acquire("save") is pool._slots[0]
+        arena.begin_generation()
+        arena.mark_staged(b"a message")
+        pool.release("save")
+        assert arena.staged_descriptor() == b"a message"
+
+
 # Within a budget ----------------------------------------------------------------------------------
 
 
